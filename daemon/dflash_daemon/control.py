@@ -71,7 +71,8 @@ _HUNG_S = 10.0
 
 
 class ControlServer:
-    """Serves all parents on one ROUTER socket; `secure` sets keys on it.
+    """Serves all parents on one ROUTER socket; `secure` sets keys on it. `mails`: parents may have
+    mailboxes in memory that they share in `shared_folder`.
 
     A parent may first send AskOffer. A link begins with Hello, may Attach shared memory, and ends
     with Bye or silence.
@@ -89,6 +90,7 @@ class ControlServer:
         max_tokens: int,
         device: str,
         shared_folder: Path | None = None,
+        mails: bool = True,
         secure: Callable[[zmq.Socket[Any]], object] | None = None,
     ) -> None:
         self._host = host
@@ -96,7 +98,7 @@ class ControlServer:
         self._data_port = data_port
         self._max_tokens = max_tokens
         self._device = device
-        self._memory = MemoryOffers(host, shared_folder)
+        self._memory = MemoryOffers(host, shared_folder, mails=mails)
         self._offers = Offers(
             host, device, can_mail=self._memory.can_mail, data_port=data_port, send=self._send
         )

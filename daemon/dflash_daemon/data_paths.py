@@ -36,6 +36,7 @@ from dflash_protocol.wire.transport import (
     ServerTransport,
     TransportCounters,
 )
+from dflash_runtime.compute.backend import MailAnswering, MailService
 from dflash_runtime.experts.store import HeldPlacement
 
 _LOG = logging.getLogger(__name__)
@@ -67,18 +68,25 @@ def prepare_shared_folder(endpoint: Endpoint, settings: Settings) -> Path | None
 class MemoryOffers:
     """Offers parents to share memory, and maps what they attach.
 
-    `folder` is where they make it; None: no memory is shared.
+    `folder` is where they make it; None: no memory is shared. `mails`: there may be mailboxes in
+    it.
     """
 
-    def __init__(self, host: ExpertHost, folder: Path | None) -> None:
+    def __init__(self, host: ExpertHost, folder: Path | None, *, mails: bool) -> None:
         self._host = host
         self._folder = folder
+        self._mails = mails
 
     @property
     def can_mail(self) -> bool:
-        """Whether a device here can answer parents through a mailbox."""
+        """Whether a device or processor here can answer parents through a mailbox."""
+        return self._folder is not None and self._answering is not None
+
+    @property
+    def _answering(self) -> MailAnswering | None:
         backend = self._host.backend
-        return self._folder is not None and None not in (backend.mail, backend.mover)
+        sees = backend.is_host or backend.mover is not None
+        return backend.answering if self._mails and sees else None
 
     def offered(self, welcome: Welcome, limits: LinkLimits) -> Welcome:
         """The welcome with what is offered to such a link."""
@@ -127,29 +135,40 @@ class MemoryOffers:
                 raise ProtocolError("not the memory that the parent has mapped", code="transport")
             nonce = segment.write_nonce(is_client=False)
             moves = mover is not None and await _has_window(segment, mover)
-            mail, held, mails = self._host.backend.mail, held_now(), False
-            if attach.mail_bytes and moves and mail is not None and held is not None:
-                try:
-                    service = mail.serve(segment, self._host.spec.moe, held.banks)
-                except Exception as error:  # whatever a device's driver raises
-                    reason = f"cannot serve a mailbox: {error}"
-                    raise ProtocolError(reason, code="transport") from error
-                segment.before_close, mails = service.close, True
+            sees, held, service = moves or self._host.backend.is_host, held_now(), None
+            if attach.mail_bytes and sees and held is not None:
+                service = self._served(segment, held)
+            if service is not None:
+                segment.before_close = service.close
             undo.pop_all()
-        return segment, Attached(attach.link_id, nonce.hex(), moves, mails)
+        return segment, Attached(attach.link_id, nonce.hex(), moves, service is not None)
+
+    def _served(self, segment: Segment, held: HeldPlacement) -> MailService | None:
+        """Raises: ProtocolError."""
+        answering, host = self._answering, self._host
+        if answering is None:
+            return None
+        try:
+            return answering.serve(segment, host.spec.moe, held.banks, check=host.poll)
+        except Exception as error:  # whatever a device's driver raises
+            reason = f"cannot serve a mailbox: {error}"
+            raise ProtocolError(reason, code="transport") from error
 
     def _mail_bytes(self, limits: LinkLimits) -> int:
         """Size of the mailbox of such a link; 0 if it has none."""
-        mail = self._host.backend.mail
-        if mail is None or self._mover_of(limits) is None:
+        answering = self._answering
+        if answering is None or not self._is_exact(limits):
             return 0
-        return mail.num_bytes(self._host.spec.moe)
+        return answering.num_bytes(self._host.spec.moe)
 
     def _mover_of(self, limits: LinkLimits) -> DeviceMover | None:
         """The device that copies payload of such a link by DMA, if any."""
+        return self._host.backend.mover if self._is_exact(limits) else None
+
+    def _is_exact(self, limits: LinkLimits) -> bool:
+        """Whether memory is shared on such a link, and nothing is rounded in it."""
         can_share = limits.version > 1 and self._folder is not None
-        is_wide = limits.payload is PayloadType.F32
-        return self._host.backend.mover if can_share and is_wide else None
+        return can_share and limits.payload is PayloadType.F32
 
 
 async def _has_window(segment: Segment, mover: DeviceMover) -> bool:

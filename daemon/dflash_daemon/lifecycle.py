@@ -43,6 +43,7 @@ from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_runtime.bus_errors import explain_bus_errors
 from dflash_runtime.compute import BackendName, open_backend
 from dflash_runtime.compute.cores import parse_cores
+from dflash_runtime.experts.daemons.data_path import may_mail
 from dflash_runtime.placement.wishes import wishes_of
 
 _LOG = logging.getLogger(__name__)
@@ -203,6 +204,7 @@ async def _serve(
             max_tokens=settings.batch_capacity,
             device=str(device),
             shared_folder=shared_folder,
+            mails=may_mail(settings),
             secure=secured((_CONTROL_IO_THREAD,)),
         )
         if security is not None:

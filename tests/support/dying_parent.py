@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.gpu_devices import EMULATED
-from support.mailbox_pairs import PACES
+from support.mailbox_pairs import GPU, PACES
 from support.mailbox_rig import Rings, install_mailing_gpus, opened, patient_settings, tokens
 
 _LONGEST_S = 30.0
@@ -27,7 +26,7 @@ def main() -> int:
     which, device, model, endpoint, last_step = sys.argv[1:]
     pace = PACES[which]
     with pytest.MonkeyPatch.context() as patched:
-        if which == EMULATED:
+        if which != GPU:
             install_mailing_gpus(patched)
         rings = Rings(patched)
         rings.within(int(last_step), lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -37,7 +36,7 @@ def main() -> int:
             context=pace.context,
             connect=[endpoint],
             local_experts=0,
-            settings=patient_settings(step_limit_ms=pace.limit_ms),
+            settings=patient_settings(step_limit_ms=pace.asked_limit_ms),
         ) as engine:
             end_s = time.monotonic() + _LONGEST_S
             while time.monotonic() < end_s:

@@ -31,7 +31,7 @@ from dflash_runtime.compute.mailbox_layout import LINE_BYTES, LINES_AT, MailLayo
 from dflash_runtime.engine.penalties import Penalties
 from dflash_runtime.experts.events import EventKind
 from dflash_runtime.placement.split import LOCAL_OWNER, make_placement
-from support.mailbox_pairs import DevicePair, Pace
+from support.mailbox_pairs import PROCESSOR, DevicePair, Pace
 from support.mailbox_rig import PROMPT, Rings, opened, patient_settings, shared_things, tokens
 from support.processes import START_S, wait_until
 from support.talking_process import TalkingProcess, talking_process
@@ -145,8 +145,10 @@ def mailing(
     )
     placement = make_placement(moe, {"link0": whole, LOCAL_OWNER: whole})
     rings = Rings(monkeypatch)
-    settings = patient_settings(step_limit_ms=pace.limit_ms)
+    settings = patient_settings(step_limit_ms=pace.asked_limit_ms)
     settings = replace(settings, check_replies=check_replies)
+    if pair.name == PROCESSOR:  # prompts have other bits there
+        settings = replace(settings, prefill_offload="on")
     await_listening(daemon)
     with open_engine(connect=[endpoint], placement=placement, settings=settings) as engine:
         mailed = Mailing(engine, pace, rings, expected, penalties)

@@ -1,5 +1,6 @@
 """Two GPUs connected by a mailbox, a parent's and a daemon's, each in its own process: emulated or
-real ones behind one interface, so that the same tests run on both.
+real ones behind one interface, so that the same tests run on both; and an emulated GPU with a
+daemon's processor.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -32,7 +33,7 @@ from support.random_gguf import RandomShape, write_model
 from support.random_qwen35moe import Qwen35MoeShape
 from support.watched_daemon import RESIDENT
 
-GPU = "gpu"
+GPU, PROCESSOR = "gpu", "processor"
 QWEN3MOE, RECURRENT = "qwen3moe", "qwen35moe"
 
 _TINY_RECURRENT = Qwen35MoeShape(
@@ -57,6 +58,8 @@ class Pace:
 
     limit_ms: int
     """Time limit of a step."""
+    asked_limit_ms: int
+    """The setting that it comes from."""
     silence_s: float
     """Silence after which a daemon drops a parent."""
     num_tokens: int
@@ -71,6 +74,7 @@ class Pace:
 
 EMULATED_PACE = Pace(
     limit_ms=2000,
+    asked_limit_ms=2000,
     silence_s=5.0,
     num_tokens=NUM_TOKENS,
     context=32,
@@ -79,6 +83,7 @@ EMULATED_PACE = Pace(
 )
 GPU_PACE = Pace(
     limit_ms=Settings().step_limit_ms,
+    asked_limit_ms=Settings().step_limit_ms,
     silence_s=5.0,
     num_tokens=200,
     context=256,
@@ -86,7 +91,8 @@ GPU_PACE = Pace(
     # The trial takes 48 steps in each kind of memory.
     dying_steps=(290, 200, 140, 110, 95, 80, 52, 47, 30, 1),
 )
-PACES = {EMULATED: EMULATED_PACE, GPU: GPU_PACE}
+PROCESSOR_PACE = replace(EMULATED_PACE, asked_limit_ms=EMULATED_PACE.limit_ms // 10)
+PACES = {EMULATED: EMULATED_PACE, GPU: GPU_PACE, PROCESSOR: PROCESSOR_PACE}
 
 
 class DevicePair(Protocol):
@@ -94,7 +100,7 @@ class DevicePair(Protocol):
 
     @property
     def name(self) -> str:
-        """EMULATED or GPU."""
+        """EMULATED, GPU or PROCESSOR."""
 
     @property
     def pace(self) -> Pace:
@@ -167,6 +173,15 @@ class EmulatedPair:
         return _HOST_MAY_GROW
 
 
+class ProcessorPair(EmulatedPair):
+    """An emulated GPU and a processor, which computes a daemon's experts."""
+
+    name = PROCESSOR
+    pace = PROCESSOR_PACE
+    devices = "cuda:0", "cpu"
+    daemon_module = "support.watched_daemon"
+
+
 class GpuPair:
     """The first two GPUs; skips the test if there are fewer."""
 
@@ -220,5 +235,6 @@ _HOST_MAY_GROW = {RESIDENT: 8 << 20, "threads": MOST_POOL_THREADS}
 """Fragmentation of the host's heap: 1 to 2 MB were seen after 20 rounds."""
 PAIRS: dict[str, Callable[[pytest.MonkeyPatch], DevicePair]] = {
     EMULATED: EmulatedPair,
+    PROCESSOR: ProcessorPair,
     GPU: GpuPair,
 }

@@ -57,6 +57,8 @@ class MailTerms:
     """Time limit of a step."""
     in_host: bool = False
     """Whether the mailbox must be in host memory only."""
+    by_processor: bool = False
+    """Whether a processor of the daemon answers, which no device of it is needed for."""
 
 
 class Segment:
@@ -81,18 +83,42 @@ class Segment:
         self.generation = generation
         self.name = name
         """Name of the memory's file, which the peer opens in the shared folder."""
-        self.client_bell, self.server_bell = bells[:2]
-        self.mail_bell: int | None = bells[2] if len(bells) > 2 else None
         self.window: DeviceWindow | None = None
         """The memory as mapped by a device of this process, if any."""
+        self.mail_window: DeviceWindow | None = None
+        """The mailbox alone, if only that is mapped."""
         self.before_close: Callable[[], None] = lambda: None
         """Called by `close` first, so that other users of the memory release it."""
         self.mail_terms: MailTerms | None = None
         """At a parent that has begun a mailbox: our own copy, which the peer cannot write."""
         self._memory = memory
+        self._bells = tuple(bells)
         self._names = names
         # Keep the address, not the array: a live array would prevent closing the mapping.
         self.address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+    @property
+    def client_bell(self) -> int:
+        """Wakes the client."""
+        return self._bells[0]
+
+    @property
+    def server_bell(self) -> int:
+        """Wakes the server."""
+        return self._bells[1]
+
+    @property
+    def mail_bell(self) -> int | None:
+        """Wakes the daemon's end of the mailbox, if there is one."""
+        return self._bells[2] if len(self._bells) > 2 else None
+
+    @property
+    def device_mail(self) -> int:
+        """Address of the mailbox for a device to which it is mapped."""
+        if self.mail_window is not None:
+            return self.mail_window.device_address(0)
+        assert self.window is not None
+        return self.window.device_address(self.shape.mail_at)
 
     def write_nonce(self, *, is_client: bool) -> bytes:
         """Write random bytes, by which the peer can show that it has mapped the same memory."""
@@ -138,20 +164,25 @@ class Segment:
         does if the file is on a disk."""
         self.window = mover.open(self.address, self.shape.segment_bytes)
 
+    def open_mail_window(self, mover: DeviceMover) -> None:
+        """Map only the mailbox to a device. Raises: DeviceUnavailable, as `open_window`."""
+        num_bytes = self.shape.segment_bytes - self.shape.mail_at
+        self.mail_window = mover.open(self.address + self.shape.mail_at, num_bytes)
+
     def close(self) -> None:
         """Release everything; the address is invalid afterwards. Idempotent."""
         if self._memory.closed:
             return
         before_close, self.before_close = self.before_close, lambda: None
         before_close()
-        if self.window is not None:
-            self.window.close()
-            self.window = None
+        for window in (self.window, self.mail_window):
+            if window is not None:
+                window.close()
+        self.window = self.mail_window = None
         self.unlink()
         self._memory.close()
-        for bell in (self.client_bell, self.server_bell, self.mail_bell):
-            if bell is not None:
-                os.close(bell)
+        for bell in self._bells:
+            os.close(bell)
 
 
 def silence_bell(bell: int) -> None:

@@ -208,8 +208,8 @@ class Settings:
     )
     ipc_transport: str = setting(
         "auto", "IPC_TRANSPORT", OneOf(*_TRANSPORTS), Reader.BOTH,
-        "Payloads through shared memory or sockets; device = GPUs ask each other, with no host "
-        "between layers of a decode step; auto = the first of these that both sides can.",
+        "Payloads through shared memory or sockets; device = GPUs ask through mailboxes, with no "
+        "host between layers of a decode step; auto = the first of these that both sides can.",
     )
     ipc_dtype: str = setting(
         "f32", "IPC_DTYPE", OneOf(*_DTYPES), Reader.PARENT,
@@ -256,7 +256,8 @@ class Settings:
     )
     step_limit_ms: int = setting(
         200, "IPC_STEP_LIMIT_MS", Whole(1, 60_000), Reader.PARENT,
-        "Longest time of a decode step in which GPUs ask each other; then the host asks again.",
+        "Longest time of a decode step in which GPUs ask each other; then the host asks again. Ten "
+        "times that where a GPU asks a daemon's processor.",
     )
     mail_memory: str = setting(
         "auto", "IPC_MAIL_MEMORY", OneOf("auto", "host"), Reader.PARENT,

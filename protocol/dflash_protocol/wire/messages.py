@@ -152,9 +152,10 @@ class Welcome(Message):
     ``pairs_per_second`` was measured during warm-up. ``generation`` is unique to the link; every
     message carries it. ``payload`` is the requested type if the daemon knows it.
     ``can_share``: the parent may offer shared memory, see Attach. ``can_move``: a device of the
-    daemon can read and write that memory. ``mail_bytes``: size of a mailbox for this model; 0:
-    none. ``file_stamp`` and ``file_digest`` are those of the daemon's files, as in Hello;
-    ``blocks_digest`` covers the blocks that the nonce selects; empty if the stamps are equal.
+    daemon can read and write that memory. ``mail_bytes``: size of a mailbox for this model, which
+    the daemon's processor answers if no device can; 0: none. ``file_stamp`` and ``file_digest`` are
+    those of the daemon's files, as in Hello; ``blocks_digest`` covers the blocks that the nonce
+    selects; empty if the stamps are equal.
     """
 
     TYPE: ClassVar[str] = "welcome"
@@ -185,7 +186,8 @@ class Attach(Message):
     Its shape is `ring.RingShape` of these counts and the model's width. ``nonce``: the bytes
     written in it, hexadecimal, by which the daemon knows that it has mapped the same memory.
     ``moves``: a device of the parent copies payload by DMA; one of the daemon is to do so too.
-    ``mail_bytes``: size of the mailbox behind the slots, which requires ``moves``; 0: none.
+    ``mail_bytes``: size of the mailbox behind the slots, which requires ``moves``, or that the
+    daemon's processor answers; 0: none.
     """
 
     TYPE: ClassVar[str] = "attach"

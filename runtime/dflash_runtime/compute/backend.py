@@ -24,7 +24,7 @@ from dflash_protocol.device_payload import DeviceMover
 from dflash_protocol.ids import AnyArray, F32Array, F64Array, I32Array, I64Array, Phase, U8Array
 from dflash_protocol.ring.compiled_experts import CompiledExperts
 from dflash_protocol.ring.layout import RingShape
-from dflash_protocol.ring.segment import Segment
+from dflash_protocol.ring.segment import MailTerms, Segment
 from dflash_runtime.compute.asking import AskedOwners
 from dflash_runtime.compute.expert_arena import ArenaOptions, ExpertArena
 from dflash_runtime.compute.kv_cache import KvCache, KvType
@@ -256,7 +256,7 @@ class ExpertMemory:
 @dataclass(frozen=True, slots=True, eq=False)
 class MailRoute:
     """An owner that answers our device through a mailbox, with no host code of ours in between: a
-    daemon's device, or this process's processor.
+    daemon's device or processor, or this process's processor.
 
     `owner_index`: its index among all owners.
     `local_ids`: by layer id of the layers that it has experts of, its local ids of the experts it
@@ -272,6 +272,12 @@ class MailRoute:
     """Whether the route can still be used: its session lasts."""
     fail: Callable[[str], None]
     """Reports why the route cannot be used any more."""
+
+    @property
+    def is_by_processor(self) -> bool:
+        """Whether a processor answers, ours or a daemon's."""
+        terms = None if self.segment is None else self.segment.mail_terms
+        return self.segment is None or (terms is not None and terms.by_processor)
 
 
 class RemoteExperts(Protocol):
@@ -395,21 +401,33 @@ class LogitChanges:
     offsets: F32Array
 
 
-class DeviceMail(Protocol):
-    """A device whose kernels can send requests to another device's kernels, or answer them."""
+class MailAnswering(Protocol):
+    """A daemon's device, or its processor, that can answer kernels of a parent's device."""
 
     def num_bytes(self, moe: MoeSpec) -> int:
         """Size of a model's mailbox in shared memory."""
 
-    def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
-        """Write what a daemon must know before it is told of the mailbox: how long a step may take,
-        and whether all of the mailbox stays in host memory."""
-
-    def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailService:
-        """Answer a parent's requests for the experts in `banks`, on the daemon's side.
+    def serve(
+        self,
+        segment: Segment,
+        moe: MoeSpec,
+        banks: Mapping[int, ExpertBank],
+        *,
+        check: Callable[[], object],
+    ) -> MailService | None:
+        """Answer a parent's requests for the experts in `banks`, on the daemon's side; None if
+        these cannot be asked for so. `check` raises an error, as the mailbox then does, if the
+        model's file was written to; it is called before steps that read it.
 
         Raises: DeviceUnavailable if our device cannot map the memory.
         """
+
+
+class DeviceMail(MailAnswering, Protocol):
+    """A device whose kernels can send requests to those that answer, or answer them."""
+
+    def begin(self, segment: Segment, terms: MailTerms) -> None:
+        """Write what a daemon must know before it is told of the mailbox, and keep the terms."""
 
     @property
     def trial_shape(self) -> RingShape:
@@ -581,6 +599,10 @@ class ComputeBackend(Protocol):
     @property
     def mail(self) -> DeviceMail | None:
         """Its side of mailboxes; None without a device for them."""
+
+    @property
+    def answering(self) -> MailAnswering | None:
+        """What answers in a daemon's mailboxes; None if nothing can."""
 
     @property
     def trial_batches(self) -> tuple[tuple[Phase, int], ...]:

@@ -20,6 +20,7 @@ from dflash_runtime.compute.backend import (
     Chunking,
     ExpertBank,
     ExpertMemory,
+    MailAnswering,
     MailedExperts,
     RemoteExperts,
     argmax_of,
@@ -46,6 +47,7 @@ class HostBackend:
 
     is_host = True
     mover = None
+    answering: MailAnswering | None = None
     chunking = Chunking(PREFILL_CHUNK, None, invariant_from=1)
     trial_batches = ONE_TOKEN
 

@@ -1,5 +1,5 @@
 """Memory layout of a mailbox, through which the kernels of a parent's step ask a daemon's kernels,
-layer by layer, with no host in between.
+or its processor, layer by layer, with no host of the parent's in between.
 
 ::
 
@@ -41,8 +41,10 @@ either device can access only the host's memory; if each can map the other's, th
 memory of the device that reads them (at the same offsets, less that of the first), and only the
 words above are here.
 
-The parent's own processor is asked with the same lines, in memory without the words above
-(``gpu/mailbox/processor_peer.py``, ``cpu/kernels/mail_tasks.py``).
+A processor answers with the same lines, always in the host's memory (``cpu/kernels/mail_tasks``): a
+daemon's (``cpu/mail.py``), for which "the daemon's device" above is a thread of it, and the words
+of probes and of devices' memory are not used; or the parent's own, in memory without the words
+(``gpu/mailbox/processor_peer.py``).
 
 Why this is correct:
 

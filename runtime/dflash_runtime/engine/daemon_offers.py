@@ -244,7 +244,8 @@ def _usual_link(
         row_s = 12 * spec.hidden_size / BYTES_PER_S  # float32 there, float64 back
     elif is_on_device:  # it reads and writes the same, about as fast
         row_s *= 2
-    chunk_s = link_s + (_CHUNK_S if is_on_device else 0.0)
+    # Prompts go through the hosts.
+    chunk_s = link_s + _CHUNK_S if is_on_device else _STEP_LINK_S
     chunk = Curve(((1, chunk_s + row_s), (4096, chunk_s + 4096 * row_s)))
     step = link_s if by_device else link_s + row_s
     return LinkSpeed(name, step=Curve(((1, step),)), chunk=chunk, by_device=by_device)

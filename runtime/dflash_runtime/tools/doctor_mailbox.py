@@ -20,7 +20,7 @@ from typing import Any
 from dflash_protocol.device import Device, DeviceKind, parse_device
 from dflash_protocol.errors import DaemonUnavailable, SettingsError, one_line
 from dflash_protocol.process.output import noun
-from dflash_protocol.ring.segment import create_segment
+from dflash_protocol.ring.segment import MailTerms, create_segment
 from dflash_protocol.settings import Settings, run_directory
 from dflash_protocol.settings.kinds import Daemons, DaemonSetting, checked
 from dflash_runtime.compute.mail_trial import (
@@ -182,7 +182,7 @@ def try_mailbox(
         segment = create_segment(folder, mail.trial_shape, generation=TRIAL_GENERATION)
         undo.callback(segment.close)
         segment.open_window(mover)
-        mail.begin(segment, settings.step_limit_ms)
+        mail.begin(segment, MailTerms(settings.step_limit_ms))
         echo = undo.enter_context(_EchoProcess(there, settings, folder / segment.name))
         trial = mail.try_out(segment, seed=seed)
         undo.callback(trial.close)

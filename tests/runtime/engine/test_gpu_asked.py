@@ -50,7 +50,8 @@ class ByHost:
 
 
 def opened(model: Path, **options: Any) -> Engine:
-    settings = replace(settings_with(check_replies=0), context=48)
+    # Without mailboxes, by which the device would ask.
+    settings = replace(settings_with(check_replies=0), context=48, ipc_transport="shared")
     return Engine.open(model, device="cuda:0", daemons=["cpu"], settings=settings, **options)
 
 

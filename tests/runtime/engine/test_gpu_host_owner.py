@@ -49,9 +49,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpus:
 
 
 def opened(
-    model: Path, *, daemons: Sequence[str] = (), offload: str = "off", **options: Any
+    model: Path,
+    *,
+    daemons: Sequence[str] = (),
+    offload: str = "off",
+    transport: str = "auto",
+    **options: Any,
 ) -> Engine:
     settings = replace(settings_with(check_replies=0), context=48, prefill_offload=offload)
+    settings = replace(settings, ipc_transport=transport)
     return Engine.open(model, device="cuda:0", daemons=daemons, settings=settings, **options)
 
 
@@ -156,7 +162,7 @@ def test_a_daemon_may_have_some_as_well(model: Path, gpus: EmulatedGpus) -> None
     ]
     owners = tuple(type(placement.owners[0])(each) for each in (here, *halves))
     mixed = replace(placement, owner_names=tuple(names), owners=owners)
-    with opened(model, daemons=["cpu"], placement=mixed) as engine:
+    with opened(model, daemons=["cpu"], placement=mixed, transport="shared") as engine:
         tokens, logits = results_of(engine)
         owners_of = engine.stats().owners
         times = opening._asked_in_steps(engine._owners.runtime)

@@ -1,6 +1,7 @@
 """Mailboxes whose other side dies, is stopped or writes garbage during a token: the text is right,
 no process waits for longer than two steps may take, the remaining ones go on, and no memory is
-kept. Between emulated GPUs; and, with `-m gpu`, between two real ones.
+kept. Between emulated GPUs; between one and a daemon's processor; and, with `-m gpu`, between two
+real ones.
 
 Parents have replicas of all experts, which they use when the daemon is lost: with its bits.
 """
@@ -42,7 +43,7 @@ from support.mailbox_faults import (
     wait_for_silence,
     waiting_daemon,
 )
-from support.mailbox_pairs import GPU, PAIRS, QWEN3MOE, RECURRENT, DevicePair
+from support.mailbox_pairs import GPU, PAIRS, PROCESSOR, QWEN3MOE, RECURRENT, DevicePair
 
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +58,11 @@ DAMAGES = tuple(damages(MailLayout(1, 1, 1)))
 def cases(*names: str, fast: str | None = None) -> list[Any]:
     """Of pairs and models; emulated ones are slow but for one."""
     marks = {name: [] if name == fast else [pytest.mark.slow] for name in names}
-    emulated = [pytest.param(EMULATED, name, marks=marks[name]) for name in names]
+    emulated = [
+        pytest.param(pair, name, marks=marks[name])
+        for pair in (EMULATED, PROCESSOR)
+        for name in names
+    ]
     return [*emulated, *(pytest.param(GPU, name, marks=pytest.mark.gpu) for name in names)]
 
 
@@ -166,6 +171,7 @@ def test_a_parent_that_dies_within_a_token_costs_its_daemon_nothing(
     ("pair", "model", "names"),
     [
         pytest.param(EMULATED, QWEN3MOE, DAMAGES[:1], id="emulated-qwen3moe-a word"),
+        pytest.param(PROCESSOR, QWEN3MOE, DAMAGES[1:2], id="processor-qwen3moe-a word"),
         *(
             pytest.param(*case.values, DAMAGES, marks=case.marks)
             for case in cases(QWEN3MOE, RECURRENT)

@@ -1,6 +1,6 @@
 """A parent on a GPU that asks a daemon's GPU through a mailbox, both emulated, and through the host
-a daemon on a CPU and its own processor, all in one step: the bits of steps that the host asks
-alone, and a text whatever is lost."""
+a daemon on a CPU, without one, and its own processor, all in one step: the bits of steps that the
+host asks alone, and a text whatever is lost."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ SHAPE = replace(TINY, **SIZES)
 SHAPE_WITH_STATES: Any = SHAPES["qwen35moe"]
 RECURRENT = replace(SHAPE_WITH_STATES, **SIZES)
 GPU, CPU = "link0", "cores"
+HOST_ONLY = ("DFLASH_MOE_EXPERT_COMPUTE_IPC_TRANSPORT", "shared")
+"""In a daemon's environment: it has no mailbox."""
 KINDS = (
     # Parts of a layer's experts, one kind for each layer.
     {LOCAL_OWNER: 1, GPU: 3},
@@ -101,7 +103,7 @@ class Mixed:
         return opened(
             self.model,
             connect=[self.endpoint],
-            daemons=[DaemonSetting("cpu", name=CPU)],
+            daemons=[DaemonSetting("cpu", name=CPU, environment=(HOST_ONLY,))],
             **options,
         )
 

@@ -200,6 +200,20 @@ def test_a_gpu_daemon_that_its_host_is_asked_for_takes_longer(spec: ModelSpec) -
         assert points[1][1] - points[0][1] == pytest.approx(4095 * num * row_s)
 
 
+def test_a_processor_that_a_gpu_asks_by_mailbox_is_asked_for_prompts_by_its_host(
+    spec: ModelSpec,
+) -> None:
+    box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={})
+    offers = {"cpu": replace(offer_of(spec, OURS_S), can_mail=True)}
+    mailed, asked = (
+        with_daemons(box, spec, offers, timed={}, mails=mails).links["cpu"]
+        for mails in (True, False)
+    )
+    assert mailed.by_device
+    assert mailed.step.at(1) < asked.step.at(1)
+    assert mailed.chunk == asked.chunk
+
+
 def test_a_link_that_was_timed_is_used(spec: ModelSpec) -> None:
     other, timed = link_of("d", 0.5), link_of("d", 0.2)
     box = replace(made_up_box(Device(DeviceKind.CUDA, 0)), links={"d": other})

@@ -16,7 +16,7 @@ from dflash_protocol.errors import SettingsError
 from dflash_protocol.ids import AnyArray, I32Array, I64Array, Phase
 from dflash_protocol.numeric_class import in_step_order, is_in_step_order
 from dflash_protocol.ring.compiled_experts import CompiledExperts
-from dflash_runtime.compute.backend import ExpertBank, MailedExperts
+from dflash_runtime.compute.backend import ExpertBank, MailAnswering, MailedExperts
 from dflash_runtime.compute.cores import (
     LEAST_TIMED,
     ThreadCounts,
@@ -32,6 +32,7 @@ from dflash_runtime.compute.cpu.compiled_banks import compile_banks
 from dflash_runtime.compute.cpu.experts import CpuExpertBank, with_others
 from dflash_runtime.compute.cpu.host_arena import HostArena
 from dflash_runtime.compute.cpu.kv_cache import CpuKvCache
+from dflash_runtime.compute.cpu.mail import CpuMail
 from dflash_runtime.compute.cpu.ops import CpuOps
 from dflash_runtime.compute.cpu.routers_ahead import routers_ahead
 from dflash_runtime.compute.cpu.threads.scratch import Scratch
@@ -80,6 +81,7 @@ class CpuBackend(HostBackend):
             check_num_threads(num_threads)
             self._counts = ThreadCounts(num_threads, num_threads)
         self._cache_dir = cache_dir
+        self.answering: MailAnswering | None = CpuMail(cache_dir)
         self._scratch = Scratch()
 
     @cached_property

@@ -163,6 +163,10 @@ class CupyBackend:
         """Of the model loaded last."""
 
     @property
+    def answering(self) -> CupyMail:
+        return self.mail
+
+    @property
     def trial_batches(self) -> tuple[tuple[Phase, int], ...]:
         steps = ((Phase.DECODE, size) for size in STEP_SIZES)
         return (*steps, (Phase.PREFILL, self.chunking.preferred))

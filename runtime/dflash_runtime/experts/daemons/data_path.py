@@ -30,19 +30,22 @@ from dflash_protocol.errors import (
 from dflash_protocol.payloads import PayloadType
 from dflash_protocol.ring import compiled as ring_native
 from dflash_protocol.ring.layout import MAX_SLOTS, MOVED_FACTOR, RingShape
-from dflash_protocol.ring.segment import Segment, create_segment
+from dflash_protocol.ring.segment import MailTerms, Segment, create_segment
 from dflash_protocol.settings import Settings
 from dflash_protocol.transports.shared_client import SharedClient
 from dflash_protocol.transports.zmq_stream import StreamClient
 from dflash_protocol.wire.messages import Attach, Attached, Message, Refused, Welcome
 from dflash_protocol.wire.requests import largest_frame_bytes
 from dflash_protocol.wire.transport import ClientTransport, TransportCounters
-from dflash_runtime.compute.backend import ComputeBackend
+from dflash_runtime.compute.backend import ComputeBackend, DeviceMail
 from dflash_runtime.experts.daemons.link import DaemonLink, Session, SharedMemory
 
 _LOG = logging.getLogger(__name__)
 
 _DEFAULT_BYTES = 128 << 20
+_PROCESSOR_STEPS = 10
+"""Times the time limit of a step that a processor may take for one."""
+_LONGEST_LIMIT_MS = 60_000
 _FEWEST_SLOTS = 2
 """With fewer, a daemon would idle while its last reply is read."""
 
@@ -58,8 +61,8 @@ class SharingPlan:
     moves: bool = False
     mail_bytes: int = 0
     """Size of a mailbox; 0 if our device cannot have one."""
-    begin_mail: Callable[[Segment], None] = lambda segment: None
-    """Called with a segment that has a mailbox."""
+    begin_mail: Callable[[Segment, bool], None] = lambda segment, by_processor: None
+    """Called with a segment that has a mailbox, and whether a processor of the daemon answers."""
 
     def shape(self, max_tokens: int, mail_bytes: int = 0) -> RingShape | None:
         """The shape for requests of up to `max_tokens`, or fewer if they do not fit; None if not a
@@ -107,18 +110,21 @@ def plan_paths(spec: ModelSpec, settings: Settings, backend: ComputeBackend) -> 
         moves=backend.mover is not None,
     )
     if may_mail(settings) and backend.mail is not None:
-        begin_mail = partial(
-            backend.mail.begin,
-            limit_ms=settings.step_limit_ms,
-            in_host=settings.mail_memory == "host",
-        )
         mail_bytes = backend.mail.num_bytes(spec.moe)
+        begin_mail = partial(_begin_mail, backend.mail, settings)
         sharing = replace(sharing, mail_bytes=mail_bytes, begin_mail=begin_mail)
     return PathPlan(
         sharing,
         is_sharing_required=settings.ipc_transport in ("shared", "device"),
         is_mail_required=settings.ipc_transport == "device",
     )
+
+
+def _begin_mail(mail: DeviceMail, settings: Settings, segment: Segment, by_processor: bool) -> None:
+    limit_ms, in_host = settings.step_limit_ms, settings.mail_memory == "host"
+    if by_processor:
+        limit_ms = min(_PROCESSOR_STEPS * limit_ms, _LONGEST_LIMIT_MS)
+    mail.begin(segment, MailTerms(limit_ms, in_host, by_processor))
 
 
 def is_through_socket(endpoint: Endpoint, settings: Settings) -> bool:
@@ -152,8 +158,8 @@ async def agree(
                 return memory
             memory.segment.close()
             raise HandshakeRefused(
-                f"daemon {link.name} cannot have a mailbox with us: each side needs a GPU "
-                "that sees shared memory, and payloads in f32"
+                f"daemon {link.name} cannot have a mailbox with us: we need a GPU that sees "
+                "shared memory, it one too or the backend cpu, and payloads in f32"
             )
         except OfferFailed as error:
             reason = str(error)
@@ -237,7 +243,8 @@ class SegmentOffer:
             raise OfferFailed("the daemon mapped other memory than ours")
         self._segment.unlink()
         moves = self._moves and answer.moves
-        return SharedMemory(self._segment, moves=moves, mails=moves and answer.mails)
+        mails = self._segment.mail_terms is not None and answer.mails
+        return SharedMemory(self._segment, moves=moves, mails=mails)
 
     def withdraw(self) -> None:
         """Close the segment."""
@@ -247,7 +254,8 @@ class SegmentOffer:
 def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> SegmentOffer:
     """Make a segment for a daemon. Raises: OfferFailed if that fails."""
     moves = plan.moves and welcome.can_move
-    mails = moves and welcome.mail_bytes == plan.mail_bytes
+    by_processor = not welcome.can_move
+    mails = (moves or by_processor) and welcome.mail_bytes == plan.mail_bytes
     mail_bytes = plan.mail_bytes if mails else 0
     shape = plan.shape(welcome.max_tokens * (MOVED_FACTOR if moves else 1), mail_bytes)
     if shape is None:
@@ -258,7 +266,7 @@ def make_offer(folder: Path, welcome: Welcome, plan: SharingPlan) -> SegmentOffe
         raise OfferFailed(str(error)) from error
     if mail_bytes:
         try:
-            plan.begin_mail(segment)
+            plan.begin_mail(segment, by_processor)
         except BaseException:
             segment.close()
             raise
@@ -331,7 +339,10 @@ def open_data_path(
                 if not memory.moves:
                     max_tokens = min(max_tokens, welcome.max_tokens)
                 window = segment.shape.num_slots if moves else 0
-                mail = segment if moves and memory.mails else None
+                mails = is_wide and memory.mails
+                if mails:
+                    mails = moves if memory.moves else _has_mail_window(link, segment, mover)
+                mail = segment if mails else None
                 return DataPath(shared, "shared", max_tokens, window, mail)
             stream = StreamClient(
                 context,
@@ -370,5 +381,19 @@ def _has_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -
         # docs: its device cannot lock the shared memory (the run directory is on a disk, see
         # `doctor`; `ulimit -l`; the driver's own limits); all else goes on, slower
         _LOG.warning("daemon %s: the CPU copies what is sent: %s", link.name, str(error))
+        return False
+    return True
+
+
+def _has_mail_window(link: DaemonLink, segment: Segment, mover: DeviceMover | None) -> bool:
+    """Map only the mailbox, in which a processor of the daemon answers; whether that worked."""
+    if mover is None:
+        return False
+    try:
+        segment.open_mail_window(mover)
+    except DeviceUnavailable as error:
+        # docs: the parent's device cannot lock the mailbox's memory (see `doctor`; `ulimit -l`);
+        # the host asks the daemon, which is slower
+        _LOG.warning("daemon %s: no mailbox: %s", link.name, str(error))
         return False
     return True

@@ -66,9 +66,10 @@ class MailThread:
         other_abort: int,
         limit_s: float,
         lines: object,
+        sets_spin: bool = True,
     ) -> None:
-        """`limit_s`: time limit of a step; `lines`: what the addresses point into. The decode steps
-        of the banks are in step order."""
+        """`limit_s`: time limit of a step; `lines`: what the addresses point into; `sets_spin`:
+        workers poll for as long as suits this. The decode steps of the banks are in step order."""
         assert all(layer.bank.words[k.QUANTISE_STEP] for layer in layers)
         t.compile_calls()
         self._layers, self._workers = tuple(layers), workers
@@ -81,10 +82,10 @@ class MailThread:
         words[t.LIMIT_NS] = int(1e9 * limit_s)
         has_spare_core = workers.decode_threads < len(os.sched_getaffinity(0))
         words[t.SPIN_NS] = int(1e9 * (LONG_SPIN_S if has_spare_core else _SHORT_SPIN_S))
-        if has_spare_core:
+        if has_spare_core and sets_spin:
             workers.spin_for(LONG_SPIN_S)
         self._address = int(words.ctypes.data)
-        thread = Thread(
+        self._thread = thread = Thread(
             target=_serve,
             args=(words, self._counter, workers, (self._layers, self._programs, lines)),
             name="dflash-mail",
@@ -126,9 +127,12 @@ class MailThread:
         num_layers, num_asked, num_pairs, compute_ns = since
         return num_layers, OwnerTotals(num_asked, num_pairs, 1e-9 * compute_ns)
 
-    def close(self) -> None:
-        """End the thread; a step under way fails. Idempotent."""
+    def close(self, *, waits: bool = False) -> None:
+        """End the thread; a step under way fails. `waits`: until the thread has ended, however long
+        a layer's experts take; then the lines are not used any more. Idempotent."""
         self._end()
+        if waits:
+            self._thread.join()
 
     def _program(self, num_tokens: int) -> _Program:
         hidden_size = max(layer.bank.layer.hidden_size for layer in self._layers)

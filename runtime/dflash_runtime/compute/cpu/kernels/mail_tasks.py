@@ -1,4 +1,5 @@
-"""Answers a device's requests for this process's experts, layer by layer, without Python.
+"""Answers a device's requests for this process's experts, layer by layer, without Python. The
+device may be another process's.
 
 A thread of its own serves steps (`serve_kernel`): each time one is asked for, it waits in every
 layer for the request's lines, as mailbox_layout.py describes them, computes the pairs that it finds
@@ -7,7 +8,8 @@ is asked nothing gets no reply, but for the last one, by which the device knows 
 the step have been read.
 
 A wait ends when a side aborts the step, or at the step's time limit; then the rest of the step is
-left out. Requests come from this process: they are not checked as another process's would be.
+left out. In a daemon (cpu/mail.py) another process writes the lines: each word is read once, only
+ids say where something lies, and those that are none of the layer's experts are left out.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from dflash_runtime.compute.gpu.layers.resident import ResidentLayer
 from dflash_runtime.compute.gpu.mailbox.parent import MailLink
 from dflash_runtime.compute.gpu.mailbox.peer_memory import MemoryKeeper
 from dflash_runtime.compute.gpu.mailbox.probe import MOST_ROUNDS, ProbePlan
-from dflash_runtime.compute.gpu.mailbox.server import MailServer
+from dflash_runtime.compute.gpu.mailbox.server import DeviceEnd
+from dflash_runtime.compute.mail_server import MailServer
 from dflash_runtime.compute.mail_trial import Medium, TrialBatch
 from dflash_runtime.compute.mailbox_layout import (
     DEVICE_BYTES,
@@ -132,14 +133,22 @@ class CupyMail:
     def num_bytes(self, moe: MoeSpec) -> int:
         return mail_layout(moe).nbytes
 
-    def begin(self, segment: Segment, limit_ms: int, *, in_host: bool = False) -> None:
-        segment.mail_terms = MailTerms(limit_ms, in_host)
+    def begin(self, segment: Segment, terms: MailTerms) -> None:
+        segment.mail_terms = terms
         words = MailWords(segment)
-        words.write(MailWord.LIMIT_MS, limit_ms)
+        words.write(MailWord.LIMIT_MS, terms.limit_ms)
         words.write(MailWord.PARENT_LAYOUT, LAYOUT_NUMBER)
         segment.write_mail(MailWord.PARENT_DEVICE, self._device.uuid)
 
-    def serve(self, segment: Segment, moe: MoeSpec, banks: Mapping[int, ExpertBank]) -> MailServer:
+    def serve(
+        self,
+        segment: Segment,
+        moe: MoeSpec,
+        banks: Mapping[int, ExpertBank],
+        *,
+        check: Callable[[], object],
+    ) -> MailServer:
+        del check  # weights are in the device's memory
         layers = []
         for index, layer in enumerate(moe.layers):
             bank = banks.get(layer.layer_id)
@@ -161,7 +170,7 @@ class CupyMail:
     def _served(
         self, segment: Segment, layout: MailLayout, layers: Sequence[tuple[int, ResidentLayer]]
     ) -> MailServer:
-        server = MailServer(
+        end = DeviceEnd(
             self._device,
             segment,
             layout,
@@ -171,6 +180,7 @@ class CupyMail:
             is_alone=self._serves_one,
             starting=self._starting,
         )
+        server = MailServer(segment, end)
         self._servers = [*(each for each in self._servers if each.is_open), server]
         return server
 
@@ -184,7 +194,7 @@ class CupyMail:
         with self._starting:
             for server in self._servers:
                 with suppress(DeviceUnavailable):  # it has ended
-                    server.synchronize()
+                    server.wait()
             yield
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_protocol.errors import DaemonUnavailable, DeviceUnavailable, one_line
 from dflash_protocol.ids import I64Array
-from dflash_protocol.ring.segment import MailTerms, Segment
+from dflash_protocol.ring.segment import Segment
 from dflash_runtime.compute import mailbox_layout
 from dflash_runtime.compute.backend import MailRoute
 from dflash_runtime.compute.gpu.device.device import (
@@ -92,8 +92,7 @@ class MailLink:
         is_live: Callable[[], bool],
         keeper: MemoryKeeper,
     ) -> None:
-        assert segment.window is not None
-        base = segment.window.device_address(segment.shape.mail_at)
+        base = segment.device_mail
         self.name, self.words = name, MailWords(segment)
         self.peer = MailPeer(
             own_abort=base + MailWord.PARENT_ABORT, other_abort=base + MailWord.DAEMON_ABORT
@@ -112,6 +111,12 @@ class MailLink:
         """Devices' memory must not be used."""
         terms = self._segment.mail_terms
         return terms is not None and terms.in_host
+
+    @property
+    def is_by_processor(self) -> bool:
+        """Whether a processor answers, which has neither memory of a device nor probes."""
+        terms = self._segment.mail_terms
+        return terms is not None and terms.by_processor
 
     def use_peers(self, uses_peers: bool) -> None:
         """Choose the lines for steps after the next `restart`: in devices' memory if there are any
@@ -269,15 +274,15 @@ class ParentMail:
         if own is not None:
             own.prepare(1)
             self._peers.insert(0, own)
-        terms = segments[0][1].mail_terms if segments else MailTerms(LIMIT_MS)
-        assert terms is not None
+        terms = [segment.mail_terms for _, segment in segments]
+        limits_ms = [each.limit_ms for each in terms if each is not None]
         # Memory of our own: a word that peers can write must not decide that a step is right.
         self._block = MappedBlock(device, [((1,), np.uint32)])
         self._failed = self._block.host[0]
         self._side = MailSide(
             device,
             [each.peer for each in self._peers],
-            terms.limit_ms,
+            max(limits_ms, default=LIMIT_MS),
             failed=address(self._block.device[0]),
         )
         self.kernels = MailKernels(self._side)
@@ -290,7 +295,8 @@ class ParentMail:
         """Step sizes, in tokens, that every daemon is ready for."""
         try:
             for link in self._links:
-                self._try_media(link)
+                if not link.is_by_processor:
+                    self._try_media(link)
             self.use_peers(False)
         except BaseException:
             self.close()
@@ -333,7 +339,7 @@ class ParentMail:
     @property
     def slow_peers(self) -> Collection[int]:
         """Peers that compute on the host, whose memory and bus they need for that."""
-        return [index for index, route in enumerate(self.routes) if route.segment is None]
+        return [index for index, route in enumerate(self.routes) if route.is_by_processor]
 
     def asked(self, layer_index: int) -> DeviceArray:
         """Whether each of a layer's peers was asked for something. Shapes: [MOST_PEERS] uint32."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_protocol.ring.segment import create_segment, open_segment
+from dflash_protocol.ring.segment import MailTerms, create_segment, open_segment
 from dflash_runtime.compute.gpu.device.device import Graph
 from dflash_runtime.compute.gpu.mailbox.mail import TRIAL_LAYOUT, TRIAL_SHAPE, CupyMail
 from dflash_runtime.compute.gpu.mailbox.parent import MailLink
@@ -57,7 +57,7 @@ class Parent:
         device, lock = EmulatedDevice(), threading.RLock()
         segment.open_window(PayloadMover(device, lock))
         theirs.open_window(PayloadMover(daemon, lock))
-        CupyMail(device, lock).begin(segment, 1000)
+        CupyMail(device, lock).begin(segment, MailTerms(1000))
         server = served.serve_trial(theirs)
         theirs.before_close = server.close
         words = MailWords(segment)
