@@ -184,7 +184,7 @@ class BrokenMail:
         del moe
         return 4096
 
-    def serve(self, *_: object) -> NoReturn:
+    def serve(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
 
@@ -193,7 +193,7 @@ async def test_a_mailbox_that_cannot_be_served_is_refused_and_the_daemon_goes_on
 ) -> None:
     mover = HostMover()
     monkeypatch.setattr(GateBackend, "mover", mover)
-    monkeypatch.setattr(GateBackend, "mail", BrokenMail())
+    monkeypatch.setattr(GateBackend, "answering", BrokenMail())
     parent = daemon.parent()
     plan = replace(PLAN, moves=True, mail_bytes=4096)
     offer = make_offer(run_dir, await parent.hello(), plan)

@@ -173,7 +173,7 @@ class _Rewriter:
             yield of_distinct(self, schema)
         for keyword in ("unevaluatedProperties", "unevaluatedItems"):
             if keyword in schema:
-                yield evaluated(self, schema, keyword, inner[keyword])
+                yield evaluated(self, schema, keyword, rest=inner[keyword])
 
     def _one_of(self, alternatives: list[Any], inner: list[Any], *, kind: object) -> Schema:
         """`kind`: the types of the schema that has the alternatives; None: all."""

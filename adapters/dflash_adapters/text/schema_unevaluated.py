@@ -42,7 +42,9 @@ class _Known:
         return _joined([_Known(given=(schema,)), self])
 
 
-def evaluated(rewriter: SchemaRewriter, schema: dict[str, Any], keyword: str, rest: Any) -> Schema:
+def evaluated(
+    rewriter: SchemaRewriter, schema: dict[str, Any], keyword: str, *, rest: Any
+) -> Schema:
     """What `keyword` of `schema` asks for; its value, rewritten, is `rest`. Raises: GrammarError
     if that takes too much."""
     if rest is True or rest == {}:

@@ -46,14 +46,16 @@ class EngineTexts:
         return self._prompts.grammars
 
     def prepare_grammars(self) -> None:
-        """Make what grammars share, and start the process that tries those of `client_grammar`;
-        otherwise the first of them does.
+        """Make what grammars share; otherwise the first of them does.
 
-        Raises: SettingsError if the file has no tokenizer; GrammarError if no token ends a text;
-        RenderingUnavailable.
+        Raises: SettingsError if the file has no tokenizer; GrammarError if no token ends a text.
         """
         self.grammars.prepare()
-        self._prompts.trials.prepare()
+
+    def start_trials(self) -> None:
+        """Start the process that tries the grammars of `client_grammar`; otherwise the first of
+        them does. Raises: RenderingUnavailable."""
+        self._prompts.trials.start()
 
     def client_grammar(self, source: GrammarSource) -> Grammar:
         """The grammar of a text that is not to be trusted: one that takes seconds to compile is

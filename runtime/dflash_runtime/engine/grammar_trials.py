@@ -26,7 +26,7 @@ _KEPT_RESULTS = 256
 
 
 class GrammarTrials:
-    """A process that compiles grammars, one at a time; it starts with `prepare` or the first one.
+    """A process that compiles grammars, one at a time; it starts with `start` or the first one.
 
     Any thread may call any method. Owns: the process, until `close`.
     """
@@ -40,11 +40,10 @@ class GrammarTrials:
         self._reasons: OrderedDict[bytes, str] = OrderedDict()
         """Of the latest grammars, by their hash: why they are refused, or nothing."""
 
-    def prepare(self) -> None:
-        """Start the process, so that the first grammar does not wait for it. Raises:
-        RenderingUnavailable."""
+    def start(self) -> None:
+        """Start the process, without waiting until it is ready. Raises: RenderingUnavailable."""
         with self._turn:
-            self._running().await_ready()
+            self._running()
 
     def check(self, source: GrammarSource) -> None:
         """Raises: GrammarError for one that is refused, or takes too long to compile;

@@ -131,8 +131,8 @@ def _prepare_grammars(engine: Engine) -> None:
     """Make what all grammars share, so that the first request with one does not wait for it."""
     try:
         engine.prepare_grammars()
-    except (SettingsError, RenderingUnavailable):
-        pass  # no tokenizer, or no token that ends a text; or the first grammar raises it
+    except SettingsError:
+        pass  # no tokenizer, or no token that ends a text
     except Exception:
         # docs: a bug, with its traceback: report it. Requests with a grammar may fail
         _LOG.exception("grammars cannot be prepared")
@@ -163,6 +163,9 @@ class _Life:
                 if chat_template(self.state, engine) is not None:
                     with contextlib.suppress(RenderingUnavailable):  # the first chat raises it
                         engine.prepare_chat()
+                if engine.tokenizer is not None:
+                    with contextlib.suppress(RenderingUnavailable):  # the first grammar raises it
+                        engine.start_trials()
                 for line in [] if engine.plan is None else plan_text(engine.plan).splitlines():
                     # docs: what each device's memory is used for, what was chosen and how fast that
                     # should be, and why; `dflash-moe plan` says the same without loading the model

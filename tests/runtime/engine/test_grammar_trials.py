@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -29,8 +29,15 @@ def trials() -> Iterator[GrammarTrials]:
     trials.close()
 
 
-def children() -> set[int]:
-    return {each.pid for each in psutil.Process().children()}
+@pytest.fixture
+def children() -> Callable[[], set[int]]:
+    """Processes that were started since the test began."""
+
+    def now() -> set[int]:
+        return {each.pid for each in psutil.Process().children()}
+
+    before = now()
+    return lambda: now() - before
 
 
 @pytest.mark.parametrize(
@@ -57,11 +64,11 @@ def test_a_grammar_is_refused_as_in_our_own_process(
 
 
 def test_one_that_takes_minutes_is_ended_and_the_next_is_served(
-    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+    trials: GrammarTrials, children: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trials, "LONGEST_S", 0.5)
     monkeypatch.setattr(chat_renderer, "LATE_S", 0.1)
-    trials.prepare()
+    trials.start()
     [pid] = children()
     with pytest.raises(GrammarError, match=r"more than 0\.5 s"):
         trials.check(HOSTILE)
@@ -83,8 +90,10 @@ def test_the_kernel_ends_one_that_takes_the_processors_time(
         trials.check(HOSTILE)
 
 
-def test_one_that_was_killed_while_idle_is_replaced(trials: GrammarTrials) -> None:
-    trials.prepare()
+def test_one_that_was_killed_while_idle_is_replaced(
+    trials: GrammarTrials, children: Callable[[], set[int]]
+) -> None:
+    trials.start()
     [pid] = children()
     os.kill(pid, signal.SIGKILL)
     psutil.Process(pid).wait()
@@ -92,7 +101,7 @@ def test_one_that_was_killed_while_idle_is_replaced(trials: GrammarTrials) -> No
     assert pid not in children()
 
 
-def test_closing_ends_a_trial(trials: GrammarTrials) -> None:
+def test_closing_ends_a_trial(trials: GrammarTrials, children: Callable[[], set[int]]) -> None:
     raised = list[BaseException]()
 
     def check() -> None:
@@ -101,7 +110,7 @@ def test_closing_ends_a_trial(trials: GrammarTrials) -> None:
         except BaseException as error:
             raised.append(error)
 
-    trials.prepare()
+    trials.start()
     thread = threading.Thread(target=check)
     thread.start()
     time.sleep(0.3)

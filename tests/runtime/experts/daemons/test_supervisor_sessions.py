@@ -240,6 +240,6 @@ def test_what_a_daemon_says_that_it_dropped_is_on_the_link(
         ping = daemon.expect(Ping)
         if number > 1:
             said = parent.link.daemon_counters
-            assert said == DaemonCounters(number - 1, 10 * number - 10, 100 * number - 100)
+            assert said == DaemonCounters(number - 1, 10 * number - 10, 100 * number - 100, 1)
         daemon.say(Pong(ping.sequence, True, 0.0, number, 10 * number, 100 * number))
     start.result(TIMEOUT_S)
