@@ -376,6 +376,7 @@ def test_memory_stays_flat_over_rounds_of_moves(
 
         for number in range(100):
             turn(number)
+        assert greedy(engine, PROMPT, NUM_TOKENS) == undisturbed  # as before the last count
 
         def have_links_ended() -> bool:
             at_first = held()
