@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DaemonUnavailable, DflashError, one_line
-from dflash_protocol.ids import F64Array, Phase
 from dflash_protocol.placement import Placement
 from dflash_runtime.compute.backend import ResizableBank
 from dflash_runtime.compute.memory_watch import CALM_S, LOOK_S, Calm
-from dflash_runtime.engine.expert_memory import FREE, LEAST, TAKEN
-from dflash_runtime.engine.generation import GeneratedToken
+from dflash_runtime.engine.expert_memory import FREE, LEAST, TAKEN, hottest_within
 from dflash_runtime.engine.steps import Steps
 from dflash_runtime.experts.replacing import Prepared
 from dflash_runtime.experts.telemetry import ExpertMemoryStats
-from dflash_runtime.placement.experts_within import LayerRoom, experts_within
+from dflash_runtime.placement.experts_within import LayerRoom
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,12 +107,6 @@ class DaemonExpertMemory:
                 self._go_on(change, now_s, may_end_run=not is_within_run)
         self._next_look_s = now_s + (_SOON_S if self.is_changing else LOOK_S)
 
-    def beside(self, tokens: Iterable[GeneratedToken]) -> Iterator[GeneratedToken]:
-        """The tokens of a run, with a look after each."""
-        for token in tokens:
-            yield token
-            self.look(is_within_run=True)
-
     def forget(self) -> None:
         """Withdraw what is being prepared."""
         change, self._change = self._change, None
@@ -170,14 +162,7 @@ class DaemonExpertMemory:
     def _begin(self, name: str, budget_bytes: int, reason: str, now_s: float) -> None:
         """Have the daemon prepare what fits into the budget, unless that is what it has."""
         steps, daemon = self._steps, self._daemons[name]
-        heat = steps.heat_now()
-
-        def heat_of(layer_id: int) -> F64Array:
-            return heat.probabilities(Phase.DECODE, layer_id)
-
-        placement = experts_within(
-            steps.placement, daemon.rooms, budget_bytes, heat_of=heat_of, here=name
-        )
+        placement = hottest_within(steps, daemon.rooms, budget_bytes, here=name)
         if budget_bytes < daemon.stats.least_bytes:
             reason += f"; {LEAST}"
         if placement is steps.placement:
@@ -204,15 +189,8 @@ class DaemonExpertMemory:
         held_bytes = sum(
             room.held_bytes(owned.by_layer[room.layer_id].size) for room in daemon.rooms
         )
-        is_cut = held_bytes < before.held_bytes
-        daemon.stats = replace(
-            before,
-            held_bytes=held_bytes,
-            num_cuts=before.num_cuts + is_cut,
-            num_returns=before.num_returns + (not is_cut),
-            last_reason=change.reason,
-            last_pause_s=time.monotonic() - started_s,
-        )
+        pause_s = time.monotonic() - started_s
+        daemon.stats = before.changed(held_bytes, change.reason, pause_s=pause_s)
         # docs (parent): another program needs memory of the daemon's device, or has left it: the
         # parent's processor computes the experts that have left
         _LOG.info(

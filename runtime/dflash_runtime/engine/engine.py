@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from dflash_runtime.engine.arguments import token_id_array, whole_number
 from dflash_runtime.engine.daemon_memory import DaemonExpertMemory, daemon_memory_of
 from dflash_runtime.engine.engine_chats import EngineChats
 from dflash_runtime.engine.engine_stats import EngineStats
-from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of
+from dflash_runtime.engine.expert_memory import ExpertDeviceMemory, expert_memory_of, watched
 from dflash_runtime.engine.generate_options import Schema
 from dflash_runtime.engine.generation import (
     GeneratedToken,
@@ -59,9 +58,6 @@ from dflash_runtime.interrupts import uninterrupted
 from dflash_runtime.placement.heat import Heat
 from dflash_runtime.placement.plan import Plan
 from dflash_runtime.placement.split import HOST_OWNER, LOCAL_OWNER
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Engine", "EngineStats", "GeneratedToken", "GenerationStats", "Verified"]
 
@@ -533,8 +529,8 @@ class Engine(EngineChats):
                 run = steps.begin(request.is_cancelled, prefix_scope=request.prefix_scope)
             self.last_generation = stats
             tokens = generated_tokens(steps, run, request, tokenizer=self.tokenizer, stats=stats)
-            for each in watchers:
-                tokens = each.beside(tokens)
+            if watchers:
+                tokens = watched(tokens, watchers)
             yield from tokens if self._mover is None else self._mover.beside(tokens)
             steps.settle()
         except Cancelled:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from dflash_adapters.spec import MoeSpec
 from dflash_protocol.errors import DflashError, one_line
 from dflash_protocol.ids import F64Array, Phase
+from dflash_protocol.placement import Placement
 from dflash_runtime.compute.backend import ResizableBank
 from dflash_runtime.compute.memory_watch import LOOK_S, Calm, Shortage, spare_bytes
 from dflash_runtime.engine.generation import GeneratedToken
@@ -82,12 +84,6 @@ class ExpertDeviceMemory:
                 _LOG.warning("device memory of experts: %s", reason)
             self.stats = replace(self.stats, last_reason=reason)
 
-    def beside(self, tokens: Iterable[GeneratedToken]) -> Iterator[GeneratedToken]:
-        """The tokens of a run, with a look after each."""
-        for token in tokens:
-            yield token
-            self.look(is_within_run=True)
-
     def _follow(self, now_s: float, *, may_end_run: bool) -> None:
         memory = self._steps.device_memory()
         if memory is None:
@@ -110,14 +106,7 @@ class ExpertDeviceMemory:
     def _fit(self, budget_bytes: int, reason: str, *, may_end_run: bool) -> bool:
         """Returns whether a run that is going on has ended."""
         steps, before = self._steps, self.stats
-        heat = steps.heat_now()
-
-        def heat_of(layer_id: int) -> F64Array:
-            return heat.probabilities(Phase.DECODE, layer_id)
-
-        placement = experts_within(
-            steps.placement, self._rooms, budget_bytes, heat_of=heat_of, here=LOCAL_OWNER
-        )
+        placement = hottest_within(steps, self._rooms, budget_bytes, here=LOCAL_OWNER)
         if budget_bytes < before.least_bytes:
             reason += f"; {LEAST}"
         if placement is steps.placement:
@@ -134,15 +123,7 @@ class ExpertDeviceMemory:
         held_bytes = sum(room.held_bytes(counts[room.layer_id]) for room in self._rooms)
         num_before, num_after = sum(self._counts.values()), sum(counts.values())
         self._counts = counts
-        is_cut = held_bytes < before.held_bytes
-        self.stats = replace(
-            before,
-            held_bytes=held_bytes,
-            num_cuts=before.num_cuts + is_cut,
-            num_returns=before.num_returns + (not is_cut),
-            last_reason=reason,
-            last_pause_s=time.monotonic() - started_s,
-        )
+        self.stats = before.changed(held_bytes, reason, pause_s=time.monotonic() - started_s)
         # docs (parent): another program needs memory of the device, or has left it, or
         # `set_expert_budget` was called: the processor computes the experts that have left
         _LOG.info(
@@ -155,6 +136,36 @@ class ExpertDeviceMemory:
             num_before,
         )
         return ends_run
+
+
+class Watcher(Protocol):
+    """What follows the memory of devices."""
+
+    def look(self, *, is_within_run: bool) -> None:
+        """Follow it, if a look is due."""
+
+
+def watched(
+    tokens: Iterable[GeneratedToken], watchers: Sequence[Watcher]
+) -> Iterator[GeneratedToken]:
+    """The tokens of a run, with a look of each watcher after every token."""
+    for token in tokens:
+        yield token
+        for each in watchers:
+            each.look(is_within_run=True)
+
+
+def hottest_within(
+    steps: Steps, rooms: Sequence[LayerRoom], budget_bytes: int, *, here: str
+) -> Placement:
+    """The placement with which the owner `here` has the hottest experts that fit into the budget;
+    see `experts_within`. Raises: as Steps.heat_now."""
+    heat = steps.heat_now()
+
+    def heat_of(layer_id: int) -> F64Array:
+        return heat.probabilities(Phase.DECODE, layer_id)
+
+    return experts_within(steps.placement, rooms, budget_bytes, heat_of=heat_of, here=here)
 
 
 def expert_memory_of(

@@ -348,6 +348,18 @@ class ExpertMemoryStats:
     last_pause_s: float = 0.0
     """How long requests had to wait for the last change."""
 
+    def changed(self, held_bytes: int, reason: str, *, pause_s: float) -> ExpertMemoryStats:
+        """After some was given back, or taken again."""
+        is_cut = held_bytes < self.held_bytes
+        return replace(
+            self,
+            held_bytes=held_bytes,
+            num_cuts=self.num_cuts + is_cut,
+            num_returns=self.num_returns + (not is_cut),
+            last_reason=reason,
+            last_pause_s=pause_s,
+        )
+
 
 class SelectionCounts:
     """Counts by phase, layer and global expert id since the start. Written by one thread.
